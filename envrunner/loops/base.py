@@ -158,7 +158,8 @@ class EnvLoop:
             want = n - (0 if kept is None else len(kept))
             sink = StepSink(self._driver.row_origin, want, kept)
             self._driver.schedule.want_steps(want)
-            return sink.rows(self._run(sink, call))
+            call.result = rows = sink.rows(self._run(sink, call))
+            return rows
 
     def run_rollout(
         self,
@@ -180,7 +181,8 @@ class EnvLoop:
                 self._kept = sink.put(self._kept)
             self._driver.schedule.want_rollout(num_rows - sink.lengths)
             complete = self._run(sink, call)
-            return sink.block(complete, self._driver.state_tree)
+            call.result = block = sink.block(complete, self._driver.state_tree)
+            return block
 
     def run_episodes(
         self,
@@ -216,7 +218,7 @@ class EnvLoop:
             sink = StepSink(driver.row_origin, None)
             driver.schedule.want_episodes(np.bincount(envs, minlength=self.num_envs), seeded=given is not None)
             try:
-                complete = self._run(sink, call)
+                complete = self._run(sink, call, older_rows_first=True)
             finally:
                 driver.seed_episodes(None)
             rows = sink.rows(complete)
@@ -225,13 +227,15 @@ class EnvLoop:
             for env, _ in played:
                 self._episodes_so_far[env] += 1
             driver.counters.rows_lost += len(rows) - sum(len(one) for _, one in played)
-            return Episodes([one for _, one in played], complete=complete)
+            call.result = episodes = Episodes([one for _, one in played], complete=complete)
+            return episodes
 
-    def _run(self, sink: StepSink | BlockSink, call: Call) -> bool:
+    def _run(self, sink: StepSink | BlockSink, call: Call, *, older_rows_first: bool = False) -> bool:
+        """Drive the call; if it raises, keep what the sink has, in order with the rows kept before."""
         driver = self._driver
-        driver.report(call, Start(call.progress.snapshot()))
         complete = False
         try:
+            driver.report(call, Start(call.progress.snapshot()))
             complete = driver.drive(sink, call)
             driver.schedule.forget()
             if not complete:
@@ -241,7 +245,7 @@ class EnvLoop:
             driver.schedule.forget(abandon=False)
             rows = sink.rows(False)
             if self._kept is not None:
-                rows = StepBatch.concatenate([rows, self._kept])
+                rows = StepBatch.concatenate([self._kept, rows] if older_rows_first else [rows, self._kept])
             self._kept = rows if len(rows) else None
             if isinstance(error, EnvError):
                 error.rows = rows
@@ -272,9 +276,25 @@ class EnvLoop:
             waking = contextlib.nullcontext() if interrupter is None else interrupter.waking(self._pool.wake)
             with waking, _ctrl_c_between_wakes(call, self._pool):
                 yield call
+        except KeyboardInterrupt:
+            if call.result is not None:  # Ctrl-C came when the rows were ready, and nobody will get them
+                self._keep(call.result)
+            raise
         finally:
             self._running = None
             self._turn.release()
+
+    def _keep(self, result: StepBatch | RolloutBatch | Episodes) -> None:
+        """What a call was about to return comes first in the next."""
+        if isinstance(result, RolloutBatch):
+            parts = [result.flatten()]
+        elif isinstance(result, Episodes):
+            parts = [episode[:] for episode in result]
+        else:
+            parts = [result]
+        parts += [] if self._kept is None else [self._kept]
+        rows = StepBatch.concatenate(parts) if parts else None
+        self._kept = rows if rows is not None and len(rows) else None
 
     def _take_turn(self, name: str) -> None:
         """Become the one call that runs; an update from another thread is waited for."""

@@ -52,6 +52,7 @@ class Call:
     progress: Progress = field(default_factory=Progress)
     deadline: float | None = None  # time.monotonic()
     ctrl_c: bool = False
+    result: Any = None  # what it is about to return
 
     def is_over(self) -> bool:
         if self.interrupter is not None and self.interrupter.should_stop():

@@ -11,9 +11,15 @@ import pytest
 from reference import Reference
 from world import LEGAL_MOVES, Ask, Settings, World, play, random_world
 
+from envrunner._core import schedule as schedule_module
 from envrunner._core.schedule import MOVES, Abandoned, Doing, Schedule
 
 NAMES = [doing.name for doing in Doing]
+
+
+@pytest.fixture(autouse=True)
+def every_move_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_module, "CHECK_MOVES", True)
 
 
 class Twins:
@@ -223,7 +229,7 @@ def test_the_moves_are_those_that_the_questions_make() -> None:
 
 
 def test_a_step_of_an_environment_that_was_given_no_action_is_refused() -> None:
-    with pytest.raises(AssertionError, match="environment 1 is IDLE, not to IDLE"):
+    with pytest.raises(AssertionError, match="environment 1 is IDLE"):
         step(started(2), 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import threading
 import time
 
@@ -18,6 +19,7 @@ from envrunner import (
     EventProcessor,
     Interrupter,
     MultiAgentEnvLoop,
+    PolicyError,
     Progress,
 )
 from envrunner.events import End, EnvStep, EpisodeAbandoned, EpisodeEnd, Start
@@ -163,6 +165,56 @@ def test_a_failing_processor_loses_no_rows():
     for tag in range(2):
         mine = rows.obs[rows.env_id == tag]
         assert mine[:, 1].tolist() == [k % 4 for k in range(len(mine))]
+
+
+@pytest.mark.parametrize("kind", [Start, End])
+def test_a_processor_that_fails_at_either_end_of_a_call_leaves_the_loop_usable(kind):
+    class Fails(EventProcessor):
+        def process_train(self, event):
+            if isinstance(event, kind):
+                raise RuntimeError("the disk is full")
+
+    with MultiAgentEnvLoop([P(Count, i, 4) for i in range(2)], zeros, ordered=True) as loop:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the disk is full"):
+                loop.run_steps(3, processor=Fails())
+        assert len(loop.run_steps(7)) == 7
+
+
+@pytest.mark.parametrize("name", ["run_steps", "run_rollout", "run_episodes"])
+def test_ctrl_c_when_the_rows_are_ready_loses_none(name):
+    class Presses(EventProcessor):
+        def process_train(self, event):
+            if isinstance(event, End):
+                signal.raise_signal(signal.SIGINT)
+
+    with MultiAgentEnvLoop([P(Count, i, 4) for i in range(2)], zeros, ordered=True) as loop:
+        with pytest.raises(KeyboardInterrupt):
+            getattr(loop, name)(4, processor=Presses())
+        rows = loop.run_steps(40)
+    for tag in range(2):
+        mine = rows.obs[rows.env_id == tag]
+        assert mine[:, 1].tolist() == [k % 4 for k in range(len(mine))] and mine[0, 2] == 0
+
+
+def test_rows_of_an_earlier_failure_come_before_those_of_a_later_one():
+    calls = []
+
+    def fails_twice(obs):
+        calls.append(len(obs))
+        if len(calls) in (4, 8):
+            raise RuntimeError("no answer today")
+        return np.zeros(len(obs), np.int64)
+
+    with MultiAgentEnvLoop([P(Count, i, 3) for i in range(2)], fails_twice, ordered=True) as loop:
+        with pytest.raises(PolicyError):
+            loop.run_steps(50)
+        with pytest.raises(PolicyError):
+            loop.run_episodes(9)
+        rows = loop.run_steps(30)
+    for tag in range(2):
+        mine = rows.obs[rows.env_id == tag][:, 2] * 100 + rows.obs[rows.env_id == tag][:, 1]
+        assert (np.diff(mine) > 0).all(), "episodes and steps in the order they were played"
 
 
 def test_stats_add_up():
