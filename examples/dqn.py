@@ -1,6 +1,7 @@
 """Double DQN (van Hasselt et al. 2015, arXiv:1509.06461) on a MultiAgentEnvLoop, in one file.
 
     python examples/dqn.py                                  # CartPole-v1, 150,000 steps
+    python examples/dqn.py --stop-at 400                    # end once the last 100 episodes average that
     python examples/dqn.py --env-id Acrobot-v1
     python examples/dqn.py --checkpoint runs/dqn.pt         # stop it when you like, then
     python examples/dqn.py --checkpoint runs/dqn.pt --resume
@@ -8,6 +9,10 @@
 Flat Box observations, Discrete actions. Every environment explores at a rate of its own, as in
 Ape-X (Horgan et al. 2018, arXiv:1803.00933): the policy is told which environments its rows
 belong to (`env_ids`), and the rate travels to it with the weights.
+
+On CartPole the mean return of the last 100 episodes passes 400 after 70,000 to 105,000 steps (five
+seeds), and mostly falls again later: a network that sees nothing but success forgets what failure
+looks like. Stop when it is good, or take the best checkpoint.
 """
 
 from __future__ import annotations
@@ -34,13 +39,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     flag("--total-steps", type=int, default=150_000)
     flag("--num-envs", type=int, default=8, help="environments side by side")
     flag("--seed", type=int, default=0)
-    flag("--learning-rate", type=float, default=1e-3, help="falls linearly to 0")
+    flag("--learning-rate", type=float, default=1e-3, help="falls linearly to a tenth")
     flag("--buffer-size", type=int, default=100_000)
     flag("--learning-starts", type=int, default=2_000, help="steps before the first gradient")
     flag("--steps-per-update", type=int, default=64, help="steps of all environments together between updates")
     flag("--gradients-per-update", type=int, default=16)
     flag("--batch-size", type=int, default=64)
-    flag("--gamma", type=float, default=0.98)
+    flag("--gamma", type=float, default=0.99)
     flag("--target-rate", type=float, default=0.01, help="how far the target network follows Q at each gradient")
     flag("--epsilon-last", type=float, default=0.05, help="exploration of environment 0 once it has fallen from 1")
     flag("--epsilon-steps", type=int, default=10_000, help="steps over which it falls")
@@ -50,6 +55,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=3.0,
         help="environment i of N explores at epsilon ** (1 + spread * i / (N - 1))",
     )
+    flag("--stop-at", type=float, help="end when the mean return of the last 100 episodes has reached this")
     flag("--eval-every", type=int, default=25_000)
     flag("--eval-episodes", type=int, default=10)
     flag("--checkpoint", type=Path, help="written here after every evaluation and at the end")
@@ -163,11 +169,14 @@ def train(args: argparse.Namespace) -> tuple[list[tuple[int, float, int]], list[
             buffer.extend(steps)
             previous, step = step, step + len(steps)
             episodes += [(step, e.total_reward, e.length) for e in steps.episodes]
-            if episodes:
-                bar.set_postfix(return_100=f"{np.mean([e[1] for e in episodes[-100:]]):.1f}")
+            return_100 = float(np.mean([e[1] for e in episodes[-100:]])) if episodes else float("-inf")
+            bar.set_postfix(return_100=f"{return_100:.1f}")
+            is_over = step == args.total_steps
+            if args.stop_at is not None and len(episodes) >= 100:
+                is_over |= return_100 >= args.stop_at
 
             if step >= args.learning_starts:
-                optimizer.param_groups[0]["lr"] = args.learning_rate * (1.0 - step / args.total_steps)
+                optimizer.param_groups[0]["lr"] = args.learning_rate * (1.0 - 0.9 * step / args.total_steps)
                 for _ in range(args.gradients_per_update):
                     batch = buffer.sample(args.batch_size).to_torch(args.device)
                     with torch.no_grad():
@@ -186,7 +195,7 @@ def train(args: argparse.Namespace) -> tuple[list[tuple[int, float, int]], list[
                             follower.lerp_(leader, args.target_rate)
             loop.update_policy({"q": q.state_dict(), "epsilon": epsilon()})
 
-            if step // args.eval_every > previous // args.eval_every or step == args.total_steps:
+            if step // args.eval_every > previous // args.eval_every or is_over:
                 eval_loop.update_policy({"q": q.state_dict(), "epsilon": 0.0})
                 played = eval_loop.run_episodes(args.eval_episodes, seeds=range(10_000, 10_000 + args.eval_episodes))
                 eval_returns = [episode.summary.total_reward for episode in played]
@@ -203,6 +212,8 @@ def train(args: argparse.Namespace) -> tuple[list[tuple[int, float, int]], list[
                         episodes=episodes,
                         eval_returns=eval_returns,
                     )
+            if is_over:
+                break
     return episodes, eval_returns
 
 

@@ -54,8 +54,11 @@ class Call:
     ctrl_c: bool = False
     result: Any = None  # what it is about to return
 
+    def is_stopped(self) -> bool:
+        return self.interrupter is not None and self.interrupter.should_stop()
+
     def is_over(self) -> bool:
-        if self.interrupter is not None and self.interrupter.should_stop():
+        if self.is_stopped():
             return True
         return self.deadline is not None and time.monotonic() >= self.deadline
 
@@ -152,6 +155,8 @@ class Driver:
             EnvError, PolicyError, ClosedError, KeyboardInterrupt: the sink keeps what it has.
         """
         schedule = self.schedule
+        if schedule.owed and call.is_stopped():  # before it began: what happens to be ready is not taken
+            return False
         while True:
             self._absorb()
             ids = schedule.take()
@@ -208,8 +213,7 @@ class Driver:
         schedule = self.schedule
         while True:
             resets = schedule.due_resets()
-            if schedule.abandoned:
-                self._report_abandoned(call)
+            given_up = self._note_abandoned()
             if schedule.lost_ends:
                 self._book.next_episode(np.array(schedule.lost_ends))
                 schedule.lost_ends.clear()
@@ -220,6 +224,8 @@ class Driver:
                     seeds = self._seeds[env] if self._seeds is not None else None
                     self.slots.seed[env] = seeds.popleft() if seeds else NO_SEED
                 self.pool.send(resets, Command.RESET)
+            for summary in given_up:  # now that nothing is left undone: a processor may raise, or update the policy
+                self.report(call, EpisodeAbandoned(summary, call.progress.snapshot()))
             ids = schedule.next_batch(expired=self._has_expired(), everyone=everyone)
             if not ids.size:
                 return
@@ -443,21 +449,23 @@ class Driver:
             reset_info=infos.resets.get(env, {}) if book.length[env] == 1 else None,
         )
 
-    def _report_abandoned(self, call: Call) -> None:
+    def _note_abandoned(self) -> list[EpisodeSummary]:
+        """Count the episodes that the schedule has given up; how far each had come."""
         given_up, self.schedule.abandoned = self.schedule.abandoned, []
-        for one in given_up:
-            book, env = self._book, one.env
-            summary = EpisodeSummary(
-                int(self._env_ids[env]),
-                int(book.episode_id[env]),
-                int(book.length[env]),
-                float(book.total_reward[env]),
+        self.counters.episodes_abandoned += len(given_up)
+        self.counters.rows_lost += sum(one.rows_lost for one in given_up)
+        book = self._book
+        return [
+            EpisodeSummary(
+                int(self._env_ids[one.env]),
+                int(book.episode_id[one.env]),
+                int(book.length[one.env]),
+                float(book.total_reward[one.env]),
                 terminated=False,
                 truncated=False,
             )
-            self.counters.episodes_abandoned += 1
-            self.counters.rows_lost += one.rows_lost
-            self.report(call, EpisodeAbandoned(summary, call.progress.snapshot()))
+            for one in given_up
+        ]
 
     def report(self, call: Call, event: Event) -> None:
         """The one place where events leave: for all calls, for training and for evaluation."""

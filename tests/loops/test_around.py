@@ -109,6 +109,47 @@ def test_an_abandoned_episode_is_an_event_and_counted():
     assert (stats.episodes_abandoned, stats.rows_lost, stats.episodes) == (1, 1, 1)
 
 
+def test_a_processor_that_fails_on_an_abandoned_episode_leaves_nothing_undone():
+    class Fails(EventProcessor):
+        def process_train(self, event):
+            if isinstance(event, EpisodeAbandoned):
+                raise RuntimeError("the disk is full")
+
+    for Loop in (AgentEnvBaseLoop, AsyncAgentEnvLoop):
+        with Loop(P(Count, 0, 10), zeros) as loop:
+            loop.run_steps(4)
+            with pytest.raises(RuntimeError, match="the disk is full"):
+                loop.run_episodes(1, processor=Fails())
+            rows = loop.run_steps(12, timeout=10)
+            assert len(rows) == 12 and rows.complete
+            assert rows.episode_id.tolist() == [1] * 10 + [2] * 2
+
+
+def test_the_policy_may_be_updated_where_an_abandoned_episode_is_told():
+    class Updates(EventProcessor):
+        def process_train(self, event):
+            if isinstance(event, EpisodeAbandoned):
+                loop.update_policy(None)
+
+    class Constant:
+        def action(self, obs, deterministic):
+            return np.zeros(len(obs), np.int64)
+
+        def forward(self, obs):
+            return obs
+
+        def update(self, state):
+            pass
+
+        def state(self):
+            return None
+
+    with AgentEnvBaseLoop(P(Count, 0, 3), Constant(), steps_ahead=1) as loop:
+        loop.run_steps(1)
+        episodes = loop.run_episodes(2, seeds=[5, 6], processor=Updates(), timeout=10)
+        assert len(episodes) == 2 and loop.stats.policy_version == 1
+
+
 def test_progress_and_bar_follow_over_several_calls():
     progress = Progress(items_total=30)
     with MultiAgentEnvLoop([P(Count, i, 4) for i in range(2)], zeros) as loop:
