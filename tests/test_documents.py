@@ -51,15 +51,17 @@ def test_the_links_of_the_readme_lead_somewhere():
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
 
+@pytest.mark.slow
 def test_quickstart_runs(tmp_path):
     run(ROOT / "examples" / "quickstart.py", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_custom_env_learns_and_never_takes_a_masked_action(tmp_path):
     run(ROOT / "examples" / "custom_env.py", cwd=tmp_path)
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", pytest.param("Acrobot-v1", marks=pytest.mark.slow), "Pendulum-v1"])
 def test_ppo_runs_on_discrete_and_continuous_actions_and_draws_its_curve(tmp_path, env_id):
     out = run(
         ROOT / "examples" / "ppo.py", "--env-id", env_id, "--total-steps", 4096, "--eval-episodes", 2,

@@ -36,7 +36,9 @@ def keys(rows):
 
 
 @pytest.mark.parametrize("num_envs", [1, 2, 5, 8])
-@pytest.mark.parametrize("batch", [1, 3, 7, 19])
+@pytest.mark.parametrize(
+    "batch", [1, pytest.param(3, marks=pytest.mark.slow), 7, pytest.param(19, marks=pytest.mark.slow)]
+)
 def test_every_call_returns_exactly_what_was_asked_for(num_envs, batch):
     with MultiAgentEnvLoop(counts(num_envs), zeros, max_batch_size=batch) as loop:
         for n in range(17):
