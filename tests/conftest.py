@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import pytest
 from processes import descendants
@@ -25,6 +26,14 @@ def _left_behind() -> dict[str, object]:
 def quick_collections():
     """What a module has imported is out of the collector's way: a collection after each test costs little then."""
     gc.freeze()
+
+
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler of SIGINT, also where the suite was started with the signal ignored (`&`, nohup)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

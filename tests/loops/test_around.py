@@ -223,7 +223,7 @@ def test_a_processor_that_fails_at_either_end_of_a_call_leaves_the_loop_usable(k
 
 
 @pytest.mark.parametrize("name", ["run_steps", "run_rollout", "run_episodes"])
-def test_ctrl_c_when_the_rows_are_ready_loses_none(name):
+def test_ctrl_c_when_the_rows_are_ready_loses_none(name, ctrl_c):
     class Presses(EventProcessor):
         def process_train(self, event):
             if isinstance(event, End):

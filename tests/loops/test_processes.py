@@ -127,12 +127,13 @@ def test_nothing_is_left_after_many_loops():
 
 
 RUNS_FOR_EVER = """
-    import functools, os, sys
+    import functools, os, signal
     import numpy as np
     from envs import Count
     from processes import descendants
     from envrunner import MultiAgentEnvLoop
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, however the suite was started
     with MultiAgentEnvLoop([functools.partial(Count, i, 9) for i in range(4)],
                            lambda obs: np.zeros(len(obs), np.int64), num_workers=4) as loop:
         loop.run_steps(8)
@@ -160,7 +161,7 @@ def test_ctrl_c_is_one_keyboard_interrupt_and_no_worker_says_anything(tmp_path):
     wait_until(lambda: not any(is_alive(pid) for pid in pids), seconds=3)
 
 
-def test_ctrl_c_during_a_call_loses_no_rows():
+def test_ctrl_c_during_a_call_loses_no_rows(ctrl_c):
     class Presses:
         calls = 0
 
