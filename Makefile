@@ -13,7 +13,7 @@ STAMP := $(VENV)/installed.stamp
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(STAMP)  ## train PPO on CartPole-v1 (about two minutes), evaluate it, draw runs/ppo_cartpole.png
+demo: $(STAMP)  ## train PPO on CartPole-v1 (a minute or two), evaluate it, draw runs/ppo_cartpole.png
 	$(BIN)/python examples/ppo.py --env-id CartPole-v1 --curve runs/ppo_cartpole.png
 
 test: $(STAMP)  ## the test suite without what is marked slow
