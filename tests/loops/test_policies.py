@@ -106,6 +106,18 @@ def test_a_policy_may_be_updated_from_another_thread_during_a_run():
     assert rows.policy_version.max() > 0
 
 
+def test_an_update_right_after_a_forward_pass_does_not_reach_its_rows():
+    class UpdatesAtOnce(AsyncPolicy):
+        def run_batch(self, *arguments, **options):
+            answer = super().run_batch(*arguments, **options)
+            self.update(self.version + 1)
+            return answer
+
+    with MultiAgentEnvLoop(counts(2), UpdatesAtOnce(Weighted(), max_batch_size=2)) as loop:
+        rows = loop.run_steps(20)
+    assert (rows.policy_version == rows.action_context["weight"]).all() and rows.policy_version.max() > 3
+
+
 # -- batches ----------------------------------------------------------------------------------------
 
 
