@@ -175,6 +175,10 @@ class EnvHost:
         self._info_size = cells(slots.info_size.reshape(-1))
         self._info = cells(slots.info.reshape(-1))
 
+    def number(self, env_id: int) -> int:
+        """Of the command that this environment obeyed last."""
+        return self._acked[env_id]
+
     def pending(self, group: Iterable[int]) -> list[int]:
         """Those of the group that have a command they have not obeyed yet."""
         sent, acked = self._sent, self._acked

@@ -116,7 +116,7 @@ class ProcessPool:
         self._closed = False
         self._woken = False
         self._next_look = 0.0
-        self._infos: dict[tuple[int, InfoOf], bytes] = {}
+        self._infos: dict[tuple[int, InfoOf], LargeInfo] = {}
         num_envs = len(factories)
         bounds = [num_envs * worker // num_workers for worker in range(num_workers + 1)]
         self._ranges = [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
@@ -246,7 +246,7 @@ class ProcessPool:
                 if isinstance(message, Built):
                     self._built[worker] = message
                 elif isinstance(message, LargeInfo):
-                    self._infos[message.env_id, message.which] = message.data
+                    self._infos[message.env_id, message.which] = message
                 else:
                     self.problems.append(message)
         except (EOFError, OSError):
@@ -280,11 +280,13 @@ class ProcessPool:
         size = int(self.slots.info_size[env_id, which])
         if size != IN_PIPE:
             return _load_info(self.slots, env_id, which, size)
-        while (env_id, which) not in self._infos:  # its worker is writing it at this moment
+        number = int(self.slots.sent[env_id])
+        while (found := self._infos.get((env_id, which))) is None or found.number != number:  # it is being written
             if self._worker_of[env_id] not in self._alive:
                 return {"envrunner": "lost: the worker died before it had sent this info"}
             self._sleep(_LOOK_EVERY_S)
-        return pickle.loads(self._infos.pop((env_id, which)))  # type: ignore[no-any-return]
+        del self._infos[env_id, which]
+        return pickle.loads(found.data)  # type: ignore[no-any-return]
 
     # -- ending ----------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class LargeInfo:
 
     env_id: int
     which: InfoOf
+    number: int  # of the command it answers, as in `sent`: that of a dropped row is never taken for a later one's
     data: bytes
 
 
@@ -92,7 +93,7 @@ def _serve(worker: int, pipe: Connection, memory: Any, ring: Callable[[], None],
 
     def send_info(env_id: int, which: InfoOf, data: bytes) -> None:
         with writing:
-            pipe.send(LargeInfo(env_id, which, data))
+            pipe.send(LargeInfo(env_id, which, host.number(env_id), data))
 
     stamp_cells: list[Any] = []
 

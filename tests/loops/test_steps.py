@@ -260,6 +260,26 @@ def test_infos_arrive_as_they_were_sent_whatever_their_size():
             assert row.info["function"]() >= row.ep_len
 
 
+def test_a_large_info_of_a_dropped_row_is_not_taken_for_a_later_one():
+    class Talks(Count):
+        def step(self, action):
+            observation, reward, terminated, truncated, _ = super().step(action)
+            return (
+                observation,
+                reward,
+                terminated,
+                truncated,
+                {"episode": self.episode, "t": self.t, "big": bytes(5000)},
+            )
+
+    with MultiAgentEnvLoop([P(Talks, i, 9) for i in range(2)], zeros) as loop:
+        for _ in range(10):
+            loop.run_steps(5)  # begins episodes; run_episodes then drops the steps that are under way
+            for episode in loop.run_episodes(2):
+                told = [(info["episode"], info["t"]) for info in episode.info]
+                assert told == [(int(episode.obs[0, 2]), t) for t in range(1, 10)]
+
+
 # -- unbiased episodes ------------------------------------------------------------------------------------
 
 
